@@ -28,9 +28,10 @@ from tests.patience import patient, patient_settings, within
 from tests.proxy import Proxy, proxy_to
 from tests.serving.wire import SECONDS, connections, served, wire
 from tests.test_asgi import STRAIGHT
-from waymark.api import access_log
+from waymark.api import access_log, operations
 from waymark.api import first as first_questions
 from waymark.api.application import create_app
+from waymark.api.http.bodies import decode
 from waymark.base.asgi import Answering, RawHeaders, StraightQuestion, StraightRequest, StraightTable
 from waymark.base.errors import Contended, RecordDamaged, StoreUnavailable
 from waymark.base.metrics import Metrics
@@ -157,10 +158,10 @@ class _RecordedRequest:
         answering, self.answering = self.answering, None
         answering.reply(status, media_type, headers, body)
 
-    def pass_on(self) -> None:
+    def pass_on(self, pause: Any = None) -> None:
         assert self.answering is not None
         self.said.append("passed on")
-        self.answering.pass_on()
+        self.answering.pass_on(pause)
 
     def fail(self, error: BaseException) -> None:
         assert self.answering is not None
@@ -1121,11 +1122,28 @@ class Statuses:
     def reply(self, status: int, media_type: bytes, headers: RawHeaders, body: bytes) -> None:
         self.replies.append(status)
 
-    def pass_on(self) -> None:
+    def pass_on(self, pause: Any = None) -> None:
         raise AssertionError("the request needs no other way")
 
     def fail(self, error: BaseException) -> None:
         raise error
+
+
+@pytest.mark.parametrize("path", ["/query", "/score"])
+async def test_the_body_of_a_text_is_read_once(
+    ways: tuple[Way, Way], path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bodies_read: list[bytes] = []
+
+    def counted(body: bytes, *arguments: Any, **options: Any) -> Any:
+        bodies_read.append(body)
+        return decode(body, *arguments, **options)
+
+    monkeypatch.setattr(operations, "decode", counted)
+    body = b'{"model":"m","block_size":2,"prompt":"text"}'
+    await same(ways, path, body)
+    assert ways[0].said == ["begun", "passed on"]
+    assert bodies_read == [body, body], "one for each way"
 
 
 async def test_a_client_that_goes_away_with_its_body_is_counted(ways: tuple[Way, Way]) -> None:

@@ -107,7 +107,7 @@ class Straight:
     def reply(self, status: int, media_type: bytes, headers: RawHeaders, body: bytes) -> None:
         self.answer.set_result(httpx.Response(status, headers=[(b"content-type", media_type), *headers], content=body))
 
-    def pass_on(self) -> None:
+    def pass_on(self, pause: Any = None) -> None:
         self.answer.set_result(None)
 
     def fail(self, error: BaseException) -> None:

@@ -184,7 +184,7 @@ class _Straight:
         found = [(b"content-type", media_type), *headers]
         self.result.set_result(httpx.Response(status, headers=found, content=body))
 
-    def pass_on(self) -> None:
+    def pass_on(self, pause: Any = None) -> None:
         self.result.set_result(None)
 
     def fail(self, error: BaseException) -> None:

@@ -78,7 +78,7 @@ class _Answered:
     def reply(self, status: int, media_type: bytes, headers: RawHeaders, body: bytes) -> None:
         self.status.set_result(status)
 
-    def pass_on(self) -> None:
+    def pass_on(self, pause: Any = None) -> None:
         self.status.set_exception(AssertionError("it goes the ordinary way"))
 
     def fail(self, error: BaseException) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Awaitable
 from time import perf_counter
-from typing import Protocol
+from typing import Any, Protocol
 
 from starlette.types import Message, Receive, Scope, Send
 
@@ -116,8 +116,8 @@ class _LoggedRequest:
         self._taken().reply(status, media_type, [*headers, (REQUEST_ID, self._request_id.encode())], body)
         self._write(status, len(body))
 
-    def pass_on(self) -> None:
-        self._taken().pass_on()
+    def pass_on(self, pause: Any = None) -> None:
+        self._taken().pass_on(pause)
 
     def fail(self, error: BaseException) -> None:
         self._taken().fail(error)

@@ -174,8 +174,11 @@ class Operation:
             path = self._parameters(scope)
             if self._admission is None:
                 return await resumed(self._handle(raw, body_format, path, caller)), body_format
+            # A straight request may have paused already. The pause of a first question is that of another operation.
+            operation, answer = scope.pop("pause", None) or (None, None)
             try:
-                answer = await self._admission.run(self._handle, raw, body_format, path, caller)
+                if operation is not self:
+                    answer = await self._admission.run(self._handle, raw, body_format, path, caller)
                 if isinstance(answer, Paused):
                     result = await answer.work()
                     answer = await self._admission.run(answer.resume, result)

@@ -171,7 +171,7 @@ class _Request:
     def set_result(self, answer: Answer | Paused) -> None:
         if isinstance(answer, Paused):
             self._leave()
-            self._answering.pass_on()
+            self._answering.pass_on((self._operation, answer))
             return
         self._leave()
         self._reply(answer, self._format)

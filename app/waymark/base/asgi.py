@@ -36,8 +36,11 @@ class Answering(Protocol):
     def reply(self, status: int, media_type: bytes, headers: RawHeaders, body: bytes) -> None:
         """Send the whole answer; ``headers`` has neither its type nor its length."""
 
-    def pass_on(self) -> None:
-        """Have the request answered the ordinary way. The request must not have been counted or changed yet."""
+    def pass_on(self, pause: Any = None) -> None:
+        """Have the request answered the ordinary way. The request must not have been counted or changed yet.
+
+        The application finds ``pause`` in the scope, and need not repeat the work before it.
+        """
 
     def fail(self, error: BaseException) -> None:
         """End as if the application had raised ``error`` on the ordinary way."""

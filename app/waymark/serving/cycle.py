@@ -11,7 +11,7 @@ import logging
 import re
 from collections.abc import Iterable
 from http import HTTPStatus
-from typing import Protocol
+from typing import Any, Protocol
 
 from waymark.base import asgi
 from waymark.base.logs import failure, fields
@@ -201,8 +201,9 @@ class RequestCycle:
         finally:
             self._connection.ended(self)
 
-    def pass_on(self) -> None:
+    def pass_on(self, pause: Any = None) -> None:
         self._straight = None
+        self.scope["pause"] = pause
         if self.is_disconnected:
             self._connection.ended(self)
         else:
