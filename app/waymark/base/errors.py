@@ -34,6 +34,12 @@ from waymark.base.shown import shown
 class WaymarkError(Exception):
     """The base class of all errors of Waymark. Its ``sentence`` is for people."""
 
+    answer: ClassVar[tuple[int, str] | None] = None
+    """The status and the ``reason`` with which the HTTP API answers; None if these are not the same for all errors of
+    the class, or no request causes it."""
+    retry_after_seconds: int | None = 1
+    """When to try again, after an answer with the status 429 or 503."""
+
     def __init__(self, sentence: str) -> None:
         super().__init__(sentence)
         self.sentence = sentence
@@ -58,6 +64,8 @@ class InvalidValue(WaymarkError):
 class Conflict(WaymarkError):
     """The request contradicts the present state; it was not applied."""
 
+    answer = 409, "conflict"
+
     def __init__(self, sentence: str, *, field: str | None = None) -> None:
         super().__init__(sentence)
         self.field = field
@@ -66,6 +74,8 @@ class Conflict(WaymarkError):
 class NotFound(WaymarkError):
     """The thing named does not exist. ``field`` is the field of the request that names it, if one does."""
 
+    answer = 404, "not_found"
+
     def __init__(self, sentence: str, *, field: str | None = None) -> None:
         super().__init__(sentence)
         self.field = field
@@ -73,6 +83,8 @@ class NotFound(WaymarkError):
 
 class NoTarget(WaymarkError):
     """No registered target can take the request."""
+
+    answer = 503, "no_target"
 
 
 def nothing_registered(model_name: str, tenant_id: str) -> str:
@@ -95,20 +107,25 @@ class UnknownModel(NoTarget):
 class Starting(WaymarkError):
     """Fewer engines are registered than the operator wants to see before the first decision."""
 
+    answer = 503, "starting"
+
 
 class Saturated(WaymarkError):
     """Targets are there, but each has as many requests as it may have."""
+
+    answer = 429, "saturated"
 
 
 class StoreUnavailable(WaymarkError):
     """Redis cannot be reached, does not answer in time, or refuses (loading, read-only, out of memory)."""
 
+    answer = 503, "unavailable"
     concerns_all: ClassVar[bool] = True
     """Whether a request about other objects would fail, too."""
 
     def __init__(self, sentence: str, *, retry_after_seconds: int = 1) -> None:
         super().__init__(sentence)
-        self.retry_after_seconds = retry_after_seconds
+        self.retry_after_seconds: int = retry_after_seconds
 
 
 class StoreFull(StoreUnavailable):
@@ -130,9 +147,11 @@ class Contended(StoreUnavailable):
 class RemoteUnavailable(WaymarkError):
     """Another service, such as an engine, cannot answer now, or its answer cannot be used; the sentence names it."""
 
+    answer = 503, "unavailable"
+
     def __init__(self, sentence: str, *, retry_after_seconds: int = 1) -> None:
         super().__init__(sentence)
-        self.retry_after_seconds = retry_after_seconds
+        self.retry_after_seconds: int = retry_after_seconds
 
 
 class TokenizerUnavailable(RemoteUnavailable):

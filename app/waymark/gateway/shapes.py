@@ -107,14 +107,8 @@ def rejected_by(error: errors.WaymarkError) -> RequestRejected:
                 404, f"the model {shown(name)} does not exist; GET /v1/models lists those that do",
                 "model_not_found", field="model",
             )  # fmt: skip
-        case errors.NoTarget(sentence=sentence):
-            return RequestRejected(503, sentence, "no_target", retry_after_seconds=1)
-        case errors.Starting(sentence=sentence):
-            return RequestRejected(503, sentence, "starting", retry_after_seconds=1)
-        case errors.Saturated(sentence=sentence):
-            return RequestRejected(429, sentence, "saturated", retry_after_seconds=1)
-        case errors.StoreUnavailable(sentence=sentence) | errors.RemoteUnavailable(sentence=sentence):
-            return RequestRejected(503, sentence, "unavailable", retry_after_seconds=error.retry_after_seconds)
+        case errors.WaymarkError(sentence=sentence, answer=((429 | 503) as status, reason)):
+            return RequestRejected(status, sentence, reason, retry_after_seconds=error.retry_after_seconds)
     raise error
 
 

@@ -21,6 +21,8 @@ class InvalidBody(errors.InvalidValue):
 class Unauthorized(errors.WaymarkError):
     """A bearer token is needed, but is missing or wrong."""
 
+    answer = 401, "unauthorized"
+
     def __init__(self, *, is_set: bool = True) -> None:
         """``is_set=False``: this process has no token, so no client can send the right one."""
         super().__init__(
@@ -32,6 +34,8 @@ class Unauthorized(errors.WaymarkError):
 class Forbidden(errors.WaymarkError):
     """The token is known, but does not allow the operation; or a page of another site has sent the request."""
 
+    answer = 403, "unauthorized"
+
 
 def short(name: str) -> str:
     """Return a name for a sentence that clients match on: unchanged, unless it is so long that it is quoted and cut."""
@@ -40,62 +44,25 @@ def short(name: str) -> str:
 
 def status_of(error: errors.WaymarkError, *, unfit_status: int = 400) -> int:
     """Return the HTTP status of an error. ``unfit_status`` is that of the API for invalid fields."""
-    match error:
-        case errors.InvalidValue(reason=reason) if reason in _STATUS_OF_REASON:
-            return _STATUS_OF_REASON[reason]
-        case InvalidBody():
-            return unfit_status
-        case errors.InvalidValue():
-            return 400
-        case Unauthorized():
-            return 401
-        case Forbidden():
-            return 403
-        case errors.NotFound():
-            return 404
-        case errors.Conflict():
-            return 409
-        case errors.Saturated():
-            return 429
-        case errors.StoreUnavailable() | errors.RemoteUnavailable() | errors.NoTarget() | errors.Starting():
-            return 503
-    raise error
+    if isinstance(error, errors.InvalidValue):
+        return _STATUS_OF_REASON.get(error.reason) or (unfit_status if isinstance(error, InvalidBody) else 400)
+    if error.answer is None:
+        raise error
+    return error.answer[0]
 
 
 def body_of(error: errors.WaymarkError) -> dict[str, Any]:
     """Return the error body; absent ``field`` and ``index`` are left out."""
-    body: dict[str, Any] = {"error": str(error)}
-    match error:
-        case errors.InvalidValue(reason=reason, field=field, index=index):
-            body |= {"reason": reason, "field": field, "index": index}
-        case Unauthorized() | Forbidden():
-            body["reason"] = "unauthorized"
-        case errors.NotFound(field=field):
-            body |= {"reason": "not_found", "field": field}
-        case errors.Conflict(field=field):
-            body |= {"reason": "conflict", "field": field}
-        case errors.NoTarget():
-            body["reason"] = "no_target"
-        case errors.Starting():
-            body["reason"] = "starting"
-        case errors.Saturated():
-            body["reason"] = "saturated"
-        case errors.StoreUnavailable() | errors.RemoteUnavailable():
-            body["reason"] = "unavailable"
+    reason = error.reason if isinstance(error, errors.InvalidValue) else error.answer and error.answer[1]
+    body = {"error": str(error), "reason": reason} | {name: getattr(error, name, None) for name in ("field", "index")}
     return {name: value for name, value in body.items() if value is not None}
 
 
 def headers_of(error: errors.WaymarkError) -> dict[str, str]:
     """Return the headers that the status of an error requires."""
-    match error:
-        case (
-            errors.StoreUnavailable(retry_after_seconds=seconds) | errors.RemoteUnavailable(retry_after_seconds=seconds)
-        ):
-            return {"Retry-After": str(seconds)}
-        case errors.NoTarget() | errors.Starting() | errors.Saturated():
-            return {"Retry-After": "1"}
-        case Unauthorized():
-            return {"WWW-Authenticate": "Bearer"}
-        case errors.InvalidValue(reason="too_large"):
-            return {"Connection": "close"}  # the rest of the body is not read
-    return {}
+    if isinstance(error, Unauthorized):
+        return {"WWW-Authenticate": "Bearer"}
+    if isinstance(error, errors.InvalidValue) and error.reason == "too_large":
+        return {"Connection": "close"}  # the rest of the body is not read
+    is_for_now = error.answer is not None and error.answer[0] in (429, 503)
+    return {"Retry-After": str(error.retry_after_seconds)} if is_for_now else {}
