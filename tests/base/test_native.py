@@ -17,6 +17,8 @@ from tools.sanitize.batches import BATCHES, EVENT_TYPES
 from tools.sanitize.targets import TARGETS
 from waymark.base import native
 from waymark.base.errors import StaleBuild
+from waymark.decide import pure_sums
+from waymark.decide.policies.columns import PureColumns
 from waymark.domain.known import KnownBlocks, Places
 from waymark.domain.media import normal_medium
 from waymark.domain.parts import PackedParts
@@ -29,7 +31,23 @@ pytestmark = pytest.mark.usefixtures("implementation_kept")
 DECLARED = {
     name: each for name, each in vars(native.NativeFunctions).items() if inspect.isfunction(each) and name[0] != "_"
 }
-TYPES = frozenset(vars(native.NativeFunctions)["__annotations__"])
+ATTRIBUTES = frozenset(vars(native.NativeFunctions)["__annotations__"])
+#: The functions that are called in place of those in Python.
+TWINS: dict[str, Callable[..., Any]] = {
+    "rank_sums": pure_sums.rank_sums,
+    "offer_sums": pure_sums.offer_sums,
+    "pack_sums": pure_sums.pack_sums,
+    "add_columns": PureColumns.add_columns,
+    "least_of": PureColumns.least_of,
+}
+
+
+def arguments_of(name: str) -> list[str]:
+    if name in DECLARED:
+        return [*inspect.signature(DECLARED[name]).parameters][1:]
+    names = [*inspect.signature(TWINS[name]).parameters]
+    # The last one passes its arguments on.
+    return [*names[:2], *arguments_of("offer_sums")[1:]] if name == "pack_sums" else names
 
 
 @pytest.fixture
@@ -65,15 +83,14 @@ def test_the_module_is_that_of_its_sources(loops: native.NativeFunctions) -> Non
 
 
 def test_the_module_has_the_functions_that_are_declared(loops: native.NativeFunctions) -> None:
-    assert {name for name in dir(loops) if not name.startswith("__")} == {*DECLARED, *TYPES}
+    assert {name for name in dir(loops) if not name.startswith("__")} == {*DECLARED, *ATTRIBUTES}
 
 
-@pytest.mark.parametrize("name", DECLARED)
+@pytest.mark.parametrize("name", [*DECLARED, *TWINS])
 def test_a_function_takes_the_arguments_that_are_declared(loops: native.NativeFunctions, name: str) -> None:
-    built = inspect.signature(getattr(loops, name)).parameters.values()
-    declared = list(inspect.signature(DECLARED[name]).parameters.values())[1:]
-    assert [each.name for each in built] == [each.name for each in declared]
-    assert {each.kind for each in [*built, *declared]} == {inspect.Parameter.POSITIONAL_ONLY}
+    built, declared = inspect.signature(getattr(loops, name)).parameters.values(), arguments_of(name)
+    assert [each.name for each in built] == declared
+    assert {each.kind for each in built} == {inspect.Parameter.POSITIONAL_ONLY}
     for count in (0, len(declared) - 1, len(declared) + 1):
         with pytest.raises(TypeError, match=rf"{name}\(\) takes {len(declared)} arguments \({count} given\)"):
             getattr(loops, name)(*[b""] * count)
@@ -211,7 +228,7 @@ CALLS: dict[str, tuple[tuple[Any, ...], ...]] = {
 
 def test_every_function_of_the_module_is_fuzzed_with_a_corpus() -> None:
     entries = set(re.findall(r"^ +ENTRY\((\w+),", (ROOT / "native" / "module.c").read_text("utf-8"), re.MULTILINE))
-    assert entries == set(DECLARED)
+    assert entries == {*DECLARED, *TWINS}
     assert entries <= TARGETS.keys()
     assert {name for name, target in TARGETS.items() if len(target.seeds) < 2} == set()
 
@@ -248,7 +265,7 @@ def test_every_function_in_c_has_a_comment() -> None:
 
 
 def test_every_function_is_called_below() -> None:
-    assert set(CALLS) == set(DECLARED)
+    assert set(CALLS) == {*DECLARED, *TWINS}
 
 
 @pytest.mark.parametrize("name", CALLS)

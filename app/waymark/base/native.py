@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeAlias
 
@@ -33,6 +33,12 @@ class NativeFunctions(Protocol):
     KnownBlocks: Callable[[Any, bool], Any]
     Parts: Callable[[type, type, int], Any]
     Waves: Callable[[int], Any]
+    # Each of these is called in place of the one in Python of the same name, which declares its arguments.
+    rank_sums: Callable[..., list[Any]]
+    offer_sums: Callable[..., tuple[list[Any], list[str], list[str]]]
+    pack_sums: Callable[..., bytes]
+    add_columns: Callable[..., list[float]]
+    least_of: Callable[..., list[int]]
 
     def cut(self, body: bytes, name: bytes, count_max: int, /) -> tuple[int, int, bytes] | None: ...
 
@@ -68,64 +74,6 @@ class NativeFunctions(Protocol):
     def row_runs(self, keys: bytes, rows: list[bytes | None], /) -> tuple[list[tuple[bytes, int]], int, bool]: ...
 
     def piece_runs(self, keys: bytes, values: list[bytes | None], /) -> tuple[list[tuple[bytes, int]], int, int]: ...
-
-    def rank_sums(
-        self,
-        members: Any,
-        rows: Callable[[Any], Any],
-        loads: Callable[[Any], Any],
-        expected: Callable[[Any], Any] | None,
-        draw: Callable[[], float],
-        tokens: int,
-        least: int,
-        size: int,
-        device_credit: float,
-        host_credit: float,
-        disk_credit: float,
-        shared_credit: float,
-        weight_new: float,
-        weight_active: float,
-        /,
-    ) -> list[Any]: ...
-
-    def offer_sums(
-        self,
-        offer: type,
-        sums: list[Any],
-        most: int,
-        blocks: int,
-        size: int,
-        weight_new: float,
-        available: int,
-        reusable: int,
-        random: int,
-        handicap: float,
-        weight: float | None,
-        /,
-    ) -> tuple[list[Any], list[str], list[str]]: ...
-
-    def pack_sums(
-        self,
-        head: bytes,
-        words: int,
-        sums: list[Any],
-        most: int,
-        blocks: int,
-        size: int,
-        weight_new: float,
-        available: int,
-        reusable: int,
-        random: int,
-        handicap: float,
-        weight: float | None,
-        /,
-    ) -> bytes: ...
-
-    def add_columns(
-        self, columns: Sequence[tuple[float, Sequence[float | None]]], is_clamped: bool, /
-    ) -> list[float]: ...
-
-    def least_of(self, values: Sequence[float], draws: Sequence[float], most: int, sign: float, /) -> list[int]: ...
 
 
 def digest_of(sources: Path) -> str:

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import field
-from typing import Any, Final, Literal, Protocol, Self, TypeAlias
+from typing import Any, Final, Literal, Self, TypeAlias
 
 from waymark.base import native
 from waymark.base.record import record
@@ -398,69 +398,46 @@ def _has_slot(slots: bytes, key: bytes) -> bool:
     return index >= 0
 
 
-class Waves(Protocol):
-    """The blocks that the parts of the present wave use and remove, by their seq_hash."""
-
-    @property
-    def is_needed(self) -> bool:
-        """Whether there are several shards."""
-
-    @property
-    def has_left(self) -> bool:
-        """Whether a part of this wave has removed a block or a hash."""
-
-    def begin(self) -> None:
-        """Begin a fold or a wave. Redis has everything before it."""
-
-    def use(self, seq_hash: int, place: Place, /) -> None:
-        """Note that a part at ``place`` was resolved with this block."""
-
-    def first_that_waits(self, blocks: Sequence[int], place: Place, /) -> int:
-        """Return the index of the first block that would make ``leave`` return True; 0 if there is none, too."""
-
-    def leave(self, blocks: Sequence[int], place: Place, /) -> bool:
-        """Return whether the part that takes these blocks, or a hash of one, out of ``place`` must wait."""
-
-    def store(self, blocks: Sequence[int | None], place: Place, /) -> bool:
-        """Return whether the part that stores these blocks at ``place`` must wait. ``blocks`` includes the former
-        blocks of their hashes.
-        """
-
-
 def new_waves(shards: int) -> Waves:
     """Return waves for this number of shards, implemented in C if the C module is selected."""
     if native.selected is None:
-        return PureWaves(shards)
+        return Waves(shards)
     waves: Waves = native.selected.Waves(shards)
     return waves
 
 
-class PureWaves:
-    """Waves in Python."""
+class Waves:
+    """The blocks that the parts of the present wave use and remove, by their seq_hash. The C module has the same."""
 
     def __init__(self, shards: int) -> None:
         self.is_needed = shards > 1
+        """Whether there are several shards."""
         self._shards = shards
         self._used: dict[int, set[int]] = {}
         self._left: dict[int, int] = {}
 
     @property
     def has_left(self) -> bool:
+        """Whether a part of this wave has removed a block or a hash."""
         return bool(self._left)
 
     def begin(self) -> None:
+        """Begin a fold or a wave. Redis has everything before it."""
         self._used.clear()
         self._left.clear()
 
     def use(self, seq_hash: int, place: Place, /) -> None:
+        """Note that a part at ``place`` was resolved with this block."""
         if self.is_needed:
             self._used.setdefault(seq_hash, set()).add(place.shard(self._shards))
 
     def first_that_waits(self, blocks: Sequence[int], place: Place, /) -> int:
+        """Return the index of the first block that would make ``leave`` return True; 0 if there is none, too."""
         shard = place.shard(self._shards)
         return next((i for i, block in enumerate(blocks) if not self._used.get(block, set()) <= {shard}), 0)
 
     def leave(self, blocks: Sequence[int], place: Place, /) -> bool:
+        """Return whether the part that takes these blocks, or a hash of one, out of ``place`` must wait."""
         if not self.is_needed:
             return False
         shard = place.shard(self._shards)
@@ -471,6 +448,9 @@ class PureWaves:
         return waits
 
     def store(self, blocks: Sequence[int | None], place: Place, /) -> bool:
+        """Return whether the part that stores these blocks at ``place`` must wait. ``blocks`` includes the former
+        blocks of their hashes.
+        """
         shard = place.shard(self._shards) if self._left else 0
         waits = bool(self._left) and any(
             block is not None and self._left.get(block, shard) != shard for block in blocks

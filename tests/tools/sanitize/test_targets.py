@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.base.test_native import DECLARED
+from tests.base.test_native import DECLARED, TWINS
 from tools.sanitize.fuzz import Finding, change, check
 from tools.sanitize.shared import SharedObjects
 from tools.sanitize.targets import TARGETS
@@ -27,7 +27,7 @@ def loops(implementation_kept: None) -> native.NativeFunctions:
 
 
 def test_every_function_of_the_module_is_fuzzed() -> None:
-    assert set(TARGETS) == {*DECLARED, "KnownBlocks", "Parts"}
+    assert set(TARGETS) == {*DECLARED, *TWINS, "KnownBlocks", "Parts"}
 
 
 @pytest.mark.parametrize("name", TARGETS)
