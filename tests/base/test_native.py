@@ -21,7 +21,7 @@ from waymark.decide import pure_sums
 from waymark.decide.policies.columns import PureColumns
 from waymark.domain.known import KnownBlocks, Places
 from waymark.domain.media import normal_medium
-from waymark.domain.parts import PackedParts
+from waymark.domain.parts import PackedParts, PartList
 from waymark.store.reservations import Offer
 
 ROOT = Path(__file__).parents[2]
@@ -111,6 +111,15 @@ def test_a_type_has_the_methods_and_attributes_that_are_declared(
             for owner in (built, declared)
         )
         assert built_parameters == parameters, each
+
+
+@pytest.mark.parametrize(("name", "called"), [("add", PartList.add_packed), ("add_block", PartList.add_block)])
+def test_parts_are_added_with_the_arguments_of_a_list(
+    loops: native.NativeFunctions, name: str, called: Callable[..., None]
+) -> None:
+    built, declared = (inspect.signature(each).parameters.values() for each in (getattr(loops.Parts, name), called))
+    assert [each.name for each in built] == [each.name for each in declared]
+    assert {each.kind for each in built} == {inspect.Parameter.POSITIONAL_ONLY}
 
 
 #: Two targets with what is known of them, and their sums.

@@ -134,42 +134,12 @@ class PackedParts(Sequence[Part]):
     """The number of parts for blocks of unknown depth."""
     run_frames: Callable[..., Any]
     """Reads and resolves frames, adds their parts, and packs them; see ``plain_runs``."""
+    add: Callable[..., None]
+    """Does what ``PartList.add_packed`` does; all arguments are required, by position."""
+    add_block: Callable[..., None]
+    """Does what ``PartList.add_block`` does, in the same way."""
 
     def __iadd__(self, others: PackedParts) -> Self: ...  # type: ignore[empty-body]
-
-    def add(
-        self,
-        kind: PartKind,
-        holder: int,
-        position: int,
-        place: Place,
-        namespace: int,
-        slots: bytes,
-        hashes: bytes,
-        is_known: bool,
-        is_identity: bool,
-        parent: int | None,
-        copies: bytes,
-        waits: bool,
-        /,
-    ) -> None:
-        """Do what ``PartList.add_packed`` does; all arguments are required."""
-
-    def add_block(
-        self,
-        kind: PartKind,
-        holder: int,
-        position: int,
-        spot: tuple[Place, int, int, int],
-        engine_hash: int,
-        is_known: bool,
-        is_identity: bool,
-        parent: int | None,
-        copies: bytes,
-        waits: bool,
-        /,
-    ) -> None:
-        """Do what ``PartList.add_block`` does; all arguments are required."""
 
     def end(self, start: int, parts_max: int, blocks_max: int, /) -> int:  # type: ignore[empty-body]
         """Return the index up to which the parts from ``start`` on fit both bounds. One part always fits."""
