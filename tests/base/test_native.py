@@ -19,9 +19,9 @@ from waymark.base import native
 from waymark.base.errors import StaleBuild
 from waymark.decide import pure_sums
 from waymark.decide.policies.columns import PureColumns
-from waymark.domain.known import KnownBlocks, Places
 from waymark.domain.media import normal_medium
 from waymark.domain.parts import PackedParts, PartList
+from waymark.domain.pure_known import KnownBlocks, Places
 from waymark.store.reservations import Offer
 
 ROOT = Path(__file__).parents[2]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from waymark.domain.known import KnownBlocks, Spot
+from waymark.domain.known import Spot
+from waymark.domain.pure_known import KnownBlocks
 from waymark.domain.rows import Place
 
 STEPS = ["store", "store", "store", "pop", "pop", "discard", "name", "lead", "move", "are_new", "copies", "copies"]

@@ -15,8 +15,8 @@ from tests.domain.known_model import STEPS, Model, play
 from waymark.base import native
 from waymark.domain.copies import BlockCopies
 from waymark.domain.held import GoneHashes, HeldBlocks
-from waymark.domain.known import COPIES_MAX, KnownBlocks, Places, Spot
-from waymark.domain.pure_known import new_known, new_places
+from waymark.domain.known import COPIES_MAX, Spot
+from waymark.domain.pure_known import KnownBlocks, Places, new_known, new_places
 from waymark.domain.rows import Place
 from waymark.domain.slices import SLICE_WORK
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from waymark.base.record import record
-from waymark.domain.known import COPIES_MAX, COUNTS, NOTES_LEFT, REMOVED_EACH, REPLACES, KnownBlocks, RunChanges
+from waymark.domain.known import COPIES_MAX, COUNTS, NOTES_LEFT, REMOVED_EACH, REPLACES, RunChanges
 from waymark.domain.parts import NO_COPIES, UNCHANGED, Mode
+from waymark.domain.pure_known import KnownBlocks
 from waymark.domain.rows import SAME_HASH
 
 HASHES_MAX = 64

@@ -14,9 +14,9 @@ from typing import Final, NamedTuple
 
 from waymark.base.record import record
 from waymark.domain.copies import SEVERAL_BYTES, HolderCopies
-from waymark.domain.known import KnownBlocks, Neighbour, Places, RunChanges, Spot, TakenBlocks
+from waymark.domain.known import RunChanges, Spot, TakenBlocks
 from waymark.domain.parts import NO_COPIES, UNCHANGED, Mode
-from waymark.domain.pure_known import PurePlaces, new_known, new_places
+from waymark.domain.pure_known import KnownBlocks, Neighbour, Places, new_known, new_places
 from waymark.domain.rows import SHARED_BLOCKS, Place, shared_places
 from waymark.domain.slices import SLICE_WORK, Slices
 
@@ -114,7 +114,7 @@ class HeldBlocks:
         self._gone: dict[int, GoneHashes] = {}
         self._ranks: dict[int, list[int]] = {}
         self._places = new_places()
-        self.is_pure = isinstance(self._places, PurePlaces)
+        self.is_pure = type(self._places) is Places
         """Whether the tables are in Python."""
         self._ended: list[_HolderBlocks] = []
         self.blocks = 0

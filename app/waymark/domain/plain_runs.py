@@ -13,12 +13,13 @@ from typing import Any, Final, NamedTuple, Self, TypeAlias
 
 from waymark.base import native
 from waymark.domain.events import Batch, PlainEvents, Removed, Stored
-from waymark.domain.known import MAY_REMOVE, MAY_REPEAT, MAY_STORE, REMOVED_EACH, EventRun, KnownBlocks
+from waymark.domain.known import MAY_REMOVE, MAY_REPEAT, MAY_STORE, REMOVED_EACH, EventRun
 from waymark.domain.life_facts import COPIES_LAST
 from waymark.domain.media import DEVICE
 from waymark.domain.names import HolderName
 from waymark.domain.parts import Mode, PackedCall, PackedPartList, PackedParts, Part, Parts, packed
 from waymark.domain.plan import Plan, Planner
+from waymark.domain.pure_known import KnownBlocks
 from waymark.domain.rows import Place
 from waymark.domain.rules import BatchProgress, TokenRule
 from waymark.domain.slices import EVENT_WORK, SLICE_WORK, Slice, Slices, finish
