@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
 from itertools import cycle
 from math import inf
@@ -410,6 +410,39 @@ async def test_while_calls_wait_the_frames_of_a_stream_wait_for_its_turn(bench: 
         await publish(pod, stored(each, parent=2))
     assert len(ways.straight) > straight
     await pod.counted(batches=206)
+
+
+async def test_a_turn_takes_as_many_frames_as_a_fold(bench: Bench, ways: Ways, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a stream whose frames fill more than a call would wait for another turn, and report in between."""
+    opened: list[StraightWay] = []
+    open_, turn, taken = StraightWay.open, Pacer.turn, list[int]()
+
+    def noted(way: StraightWay, *, wakes: bool) -> None:
+        open_(way, wakes=wakes)
+        opened.append(way)
+
+    @asynccontextmanager
+    async def late_turn(pacer: Pacer, *arguments: Any) -> AsyncIterator[None]:
+        buffered = opened[-1]._subscriber
+        await wait_until(lambda: buffered.buffered_frames == 12, "all frames are buffered", PATIENCE_SECONDS)
+        before = len(ways.straight)
+        async with turn(pacer, *arguments):
+            yield
+        taken.append(len(ways.straight) - before)
+
+    monkeypatch.setattr(StraightWay, "open", noted)
+    monkeypatch.setattr("waymark.ingest.straight.ALIKE_HASHES_MAX", 4)
+    await working(bench)
+    pod = await steady(bench)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Pacer, "is_crowded", lambda *_: True)
+        patch.setattr(Pacer, "turn", late_turn)
+        for each in range(12):
+            pod.publisher.publish([stored(1000 + each)], ts=pod.clock())
+        await pod.at_watermark(pod.last_seq)
+        await wait_until(lambda: bool(taken), "the turn is over", PATIENCE_SECONDS)
+    assert taken == [12]
+    assert ways.together < 12, "by several calls"
 
 
 async def test_a_frame_beyond_the_highest_seq_is_not_applied(bench: Bench, ways: Ways) -> None:

@@ -142,16 +142,21 @@ class StraightWay:
                 self.note(part.batch)
             await self._life.flush(run.begun)
 
-    async def in_turn(self) -> bool:
-        """Take the buffered frames, if they may go straight, and wait until they are applied. It is the stream's turn.
-        Return whether any were taken.
+    async def in_turn(self, frames_max: int) -> bool:
+        """Take the buffered frames, if they may go straight, and wait until they are applied. It is the stream's turn,
+        which ends after ``frames_max`` frames or somewhat more. Return whether any were taken.
         """
-        self.open(wakes=False)
-        self._is_turn = True
-        self.take()
-        self._is_turn, has_taken = False, self._run is not None
-        await self.close()
-        return has_taken
+        frames = 0
+        while frames < frames_max and self._subscriber.buffered_frames:
+            self.open(wakes=False)
+            self._is_turn = True
+            self.take()
+            self._is_turn, run = False, self._run
+            await self.close()
+            if run is None:
+                break
+            frames += run.frames
+        return frames > 0
 
     def leave(self) -> None:
         """Ignore the replies of the calls under way, because the stream has ended. Let go of the blocks."""

@@ -125,7 +125,7 @@ class Stream:
                         await self._run_replay()
                     if self._subscriber.buffered_frames:
                         async with self._life.applier.turn():
-                            if not await self._straight.in_turn():
+                            if not await self._straight.in_turn(self._options.fold_batches):
                                 self._received.take(self._options.fold_batches)
                                 await self._live()
                     elif self._subscriber.is_connected and self._subscriber.connection != self._received.connection:
