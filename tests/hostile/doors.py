@@ -164,7 +164,7 @@ async def gateway(redis_url: str, directory: Path) -> AsyncIterator[Opened]:
         stack.push_async_callback(store.close)
         await store.registry.register(target_of(HONEST, http.url, HONEST))
         await store.registry.register(target_of(HOSTILE, f"http://127.0.0.1:{port}", HOSTILE))
-        settings = {"answers": {"cache": "memory"}, "gateway_idle_seconds": 5}
+        settings = {"answers": "cache=memory", "gateway_idle_seconds": 5}
         live = await stack.enter_async_context(start("gateway", redis_url, directory / "log", **settings))
         client = await stack.enter_async_context(live.client())
         numbers = count()
