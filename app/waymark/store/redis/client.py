@@ -360,9 +360,8 @@ class RedisClient:
                 return await self._cluster.ask(key, packed, reader, deadline)
         except TimeoutError:
             raise  # the caller's deadline
-        except (errors.RedisError, OSError):
-            with self._translated():
-                raise
+        except (errors.RedisError, OSError) as exc:
+            raise self.translated(exc) from exc
         raise StoreUnavailable("the embedded Redis has no connections")
 
     def connection(self, key: bytes, *, is_script: bool = False) -> ReadConnection | None:
