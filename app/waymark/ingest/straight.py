@@ -143,11 +143,12 @@ class StraightWay:
             await self._life.flush(run.begun)
 
     async def in_turn(self, frames_max: int) -> bool:
-        """Take the buffered frames, if they may go straight, and wait until they are applied. It is the stream's turn,
-        which ends after ``frames_max`` frames or somewhat more. Return whether any were taken.
+        """Take the frames that are buffered now, if they may go straight, and wait until they are applied. It is the
+        stream's turn, which ends after ``frames_max`` frames or somewhat more. Return whether any were taken.
         """
-        frames = 0
-        while frames < frames_max and self._subscriber.buffered_frames:
+        # Few frames arrive in a turn; more of them are there in the next one.
+        frames, frames_due = 0, min(frames_max, self._subscriber.buffered_frames)
+        while frames < frames_due:
             self.open(wakes=False)
             self._is_turn = True
             self.take()
