@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, Final
 
+import msgpack
 import pytest
 
 from tests.domain.test_runs import (
@@ -382,3 +383,21 @@ def test_long_frames_go_straight_in_as_many_calls_as_they_need(shards: int) -> N
             assert calls == [each for wave in waves for each in calls_of(wave)]
             assert len(calls) >= 4 // shards
     assert straight.straight == 2
+
+
+def test_stores_that_could_not_have_told_a_salt_are_counted_on_the_straight_way_too() -> None:
+    straight, ordinary = StraightStream(), Stream(is_native=True, is_whole=True)
+    for number in range(1, 5):
+        old_release = ["BlockStored", [number], None, [number] * BLOCK_SIZE, BLOCK_SIZE, None, "GPU"]
+        for stream in (straight, ordinary):
+            stream.fold([packed_batch(old_release)])
+        assert straight.state == ordinary.state
+    assert (straight.straight, straight.index.resolver.unsalted) == (3, 4)
+
+
+def test_a_frame_that_is_older_than_the_last_one_does_not_go_straight() -> None:
+    straight = StraightStream()
+    for number, (ts, has_gone_straight) in enumerate([(1.0, 0), (3.0, 1), (2.0, 1), (2.0, 2)], 1):
+        event = store([number], None, token_ids=[number] * BLOCK_SIZE)
+        straight.fold([msgpack.packb([ts, [event], 0])])
+        assert straight.straight == has_gone_straight
