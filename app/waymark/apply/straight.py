@@ -28,9 +28,9 @@ class StraightFrames:
         return self._calls.may_send
 
     @property
-    def has_turn(self) -> bool:
-        """Whether it is this stream's turn without a wait."""
-        return self._calls.has_turn
+    def may_begin(self) -> bool:
+        """Whether the first call could be sent now, because the stream need not wait for its turn either."""
+        return self._calls.may_begin
 
     def take(self, seq: int, payloads: tuple[bytes, ...]) -> AlikeRun | None:
         """Resolve the first of these frames that are alike; see ``AlikeFrames.take``."""

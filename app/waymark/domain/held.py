@@ -351,7 +351,11 @@ class HeldBlocks:
     @property
     def is_over(self) -> bool:
         """Whether too many gone hashes are remembered."""
-        return not self._is_of_snapshot and any(hashes.is_over(self._gone_max) for hashes in self._gone.values())
+        if not self._is_of_snapshot:
+            for hashes in self._gone.values():
+                if hashes.is_over(self._gone_max):
+                    return True
+        return False
 
     def trim(self) -> Slices[None]:
         """Forget the oldest gone hashes if there are too many. Call this between folds only."""

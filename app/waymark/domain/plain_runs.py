@@ -258,7 +258,7 @@ class AlikeBatch(NamedTuple):
 class AlikeRun:
     """Frames that were read and resolved; the last ones of a rank maybe only up to an event that needs its own rule."""
 
-    __slots__ = ("batches", "frames", "parts", "rest", "seq", "waves")
+    __slots__ = ("batches", "frames", "last_seq", "parts", "rest", "seq", "ts", "waves")
 
     def __init__(
         self, seq: int, batches: Sequence[AlikeBatch], parts: PackedParts, waves: list[PackedWave] | None
@@ -267,7 +267,13 @@ class AlikeRun:
         """The seq of the first frame."""
         self.batches = batches
         """The frames, rank by rank."""
-        self.frames = sum([batch.frames for batch in batches])
+        self.frames = 0
+        for batch in batches:
+            self.frames += len(batch.reading[0])
+        self.last_seq = seq + self.frames - 1
+        """The seq of the last frame."""
+        self.ts: float = batches[-1].reading[1]
+        """The ts of the last frame."""
         self.parts = parts
         self.rest: Parts | None = None
         """All parts, if a rest was left to the resolver."""
@@ -275,20 +281,9 @@ class AlikeRun:
         """All parts, packed; None if the ordinary way has to go on."""
 
     @property
-    def last_seq(self) -> int:
-        """The seq of the last frame."""
-        return self.seq + self.frames - 1
-
-    @property
     def last_rank(self) -> int | None:
         """The rank that the last frame names."""
         return self.batches[-1].way.batch.dp_rank
-
-    @property
-    def ts(self) -> float:
-        """The ts of the last frame."""
-        ts: float = self.batches[-1].reading[1]
-        return ts
 
     @property
     def total(self) -> Batch:

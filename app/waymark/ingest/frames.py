@@ -7,7 +7,7 @@ frame and continues.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import islice
 from typing import NamedTuple, Self
@@ -167,24 +167,19 @@ class FrameBuffer:
         self._bytes_max = bytes_max
         self._frames_max = frames_max
         self._room = room
-        self._frames: deque[Frame] = deque()
+        self.frames: deque[Frame] = deque()
+        """The frames, oldest first."""
         self._held = 0
         """The bytes that count in the shared room."""
 
-    def __len__(self) -> int:
-        return len(self._frames)
-
-    def __iter__(self) -> Iterator[Frame]:
-        return iter(self._frames)
-
     def has_room(self, size: int) -> bool:
         """Return whether there is room for a frame of ``size`` bytes."""
-        has_own = len(self._frames) < self._frames_max and self.bytes + size <= self._bytes_max
+        has_own = len(self.frames) < self._frames_max and self.bytes + size <= self._bytes_max
         return has_own and self._room.has(size, self._held)
 
     def put(self, frame: Frame) -> None:
         # Each frame comes through here, so no other method of the buffer is called.
-        frames, size = self._frames, len(frame.topic) + len(frame.payload)
+        frames, size = self.frames, len(frame.topic) + len(frame.payload)
         has_own = len(frames) < self._frames_max and self.bytes + size <= self._bytes_max
         if not (has_own and self._room.enter(size, self._held)):
             self.dropped += 1
@@ -196,7 +191,7 @@ class FrameBuffer:
     def take(self, limit: int) -> list[Frame]:
         """Remove at most ``limit`` frames with at most ``TAKE_BYTES`` together, or one larger frame."""
         self._hold(self.bytes)
-        frames, result, room = self._frames, list[Frame](), TAKE_BYTES
+        frames, result, room = self.frames, list[Frame](), TAKE_BYTES
         for frame in islice(frames, limit):
             room -= len(frame.payload)
             if room < 0 and result:

@@ -172,7 +172,7 @@ class StraightWay:
         """Take the buffered frames, if they may go straight. Return whether the task may go on waiting."""
         if not self._is_open or self._run is not None:
             return self._calls is not None  # their replies come first
-        if not (self._is_turn or self._may_send):
+        if not (self._is_turn or self._may_begin):
             return False
         try:
             payloads = self._payloads()
@@ -182,13 +182,13 @@ class StraightWay:
             return False
 
     @property
-    def _may_send(self) -> bool:
-        return self._frames is not None and self._frames.may_send and self._frames.has_turn
+    def _may_begin(self) -> bool:
+        return self._frames is not None and self._frames.may_begin
 
     def _payloads(self) -> Sequence[bytes]:
         """Return the payloads of the first buffered frames that continue the order."""
         order, payloads, waiting = self._life.order, list[bytes](), self._subscriber.waiting
-        first, seq, connection, room = next(iter(waiting)), order.next_seq, self._received.connection, _BYTES_MAX
+        first, seq, connection, room = waiting[0], order.next_seq, self._received.connection, _BYTES_MAX
         if order.last_live is not None and first.seq <= order.last_live:
             return ()
         for frame in islice(waiting, _FRAMES_MAX):

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Self
 
@@ -146,7 +146,7 @@ class Subscriber:
 
     @property
     def buffered_frames(self) -> int:
-        return len(self._buffer)
+        return len(self._buffer.frames)
 
     @property
     def buffered_bytes(self) -> int:
@@ -188,9 +188,9 @@ class Subscriber:
         return self._buffer.take(limit)
 
     @property
-    def waiting(self) -> Iterable[Frame]:
+    def waiting(self) -> Sequence[Frame]:
         """The buffered frames, oldest first; they stay buffered."""
-        return self._buffer
+        return self._buffer.frames
 
     def _has_news(self) -> bool:
         return self.state_version != self._seen_version or not self._offer()
@@ -365,7 +365,7 @@ class Subscriber:
 
     def _offer(self) -> bool:
         """Offer the buffered frames to the reader. Return whether it may go on waiting."""
-        return not self._buffer or (self.on_frames is not None and self.on_frames())
+        return not self._buffer.frames or (self.on_frames is not None and self.on_frames())
 
 
 def _bounded(frame: Frame) -> Frame:

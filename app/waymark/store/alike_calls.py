@@ -64,9 +64,11 @@ class AlikeCalls:
         return self._client.connection(self.prefixes[0], is_script=True) is not None
 
     @property
-    def has_turn(self) -> bool:
-        """Whether the stream need not wait for its turn."""
-        return not self._pacer.is_crowded(self._client.server_of(self.prefixes[0]))
+    def may_begin(self) -> bool:
+        """Whether that is so, and the stream need not wait for its turn."""
+        key, client = self.prefixes[0], self._client
+        is_open = client.connection(key, is_script=True) is not None
+        return is_open and not self._pacer.is_crowded(client.server_of(key))
 
     def send(
         self, waves: Sequence[PackedWave], commit: Commit, on_end: OnEnd, entries: Sequence[PackedWords] = ()
@@ -76,7 +78,7 @@ class AlikeCalls:
         see ``PoolHashes.keep``.
         """
         is_alone = len(self.prefixes) == 1
-        steps = [[SentCall(0, None, entries=each)] for each in entries]
+        steps = [[SentCall(0, None, entries=each)] for each in entries] if entries else []
         for wave in waves:
             steps.append([SentCall(0, wave.pop(0, _NO_SHARE), commit if is_alone and wave is waves[-1] else None)])
             if wave:
