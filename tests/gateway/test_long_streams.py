@@ -98,11 +98,11 @@ async def requests(store: Store) -> int:
     return sum(load.requests for load in (await store.reservations.loads(group.group_id)).values())
 
 
-async def becomes(store: Store, number: int, seconds: float = 30.0) -> None:
+async def becomes(store: Store, number: int) -> None:
     async def is_so() -> bool:
         return await requests(store) == number
 
-    await wait_until(is_so, f"{number} requests are under way", seconds)
+    await wait_until(is_so, f"{number} requests are under way", 30)
 
 
 async def test_a_stream_is_reserved_until_it_ends(redis_url: str, store: Store, tmp_path: Path) -> None:
@@ -129,4 +129,4 @@ async def test_the_reservation_of_a_killed_gateway_ends_by_itself(redis_url: str
         kill()
         with pytest.raises(httpx.TransportError):
             await asking
-        await becomes(store, 0, 2 * RESERVED_SECONDS)
+        await becomes(store, 0)
