@@ -231,7 +231,7 @@ def measure(
 
 
 def main() -> int:
-    if sys.argv[1:2] in (["--worker"], ["--calls"]) and len(sys.argv) > 2:
+    if sys.argv[1:2] in (["--worker"], ["--calls"]) and len(sys.argv) > 2 and not sys.argv[2].startswith("-"):
         way, file = sys.argv[1], Path(sys.argv[2])
         del sys.argv[1:3]
         return _worker(file, counts_calls=way == "--calls")
