@@ -49,9 +49,9 @@ UNIT_PART, WHOLE_PART = 10, 8
 UNIT_SEEDS = 4
 #: With the variable, a run has random examples, and all of them.
 _is_random = "WAYMARK_TEST_RANDOM" in os.environ
-#: The number of test processes per processor: more than one, because many tests wait for other processes. With three a
-#: run took longer, because each process collects all tests. The second number is a bound, for the sake of memory.
-_PER_PROCESSOR, _PROCESSES_MAX = 2, 8
+#: The number of test processes per processor: more than one, because many tests wait for other processes. The second
+#: number is a bound, for the sake of memory.
+_PER_PROCESSOR, _PROCESSES_MAX = 3, 8
 #: The number of new objects after which garbage is collected. With the default of 700, this took a twentieth of the
 #: CPU.
 _GARBAGE = 20_000
