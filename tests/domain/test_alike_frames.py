@@ -8,7 +8,7 @@ call are those that Python packs.
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Final
 
@@ -401,3 +401,17 @@ def test_a_frame_that_is_older_than_the_last_one_does_not_go_straight() -> None:
         event = store([number], None, token_ids=[number] * BLOCK_SIZE)
         straight.fold([msgpack.packb([ts, [event], 0])])
         assert straight.straight == has_gone_straight
+
+
+@pytest.mark.parametrize("stream", [StraightStream, partial(Stream, is_native=True, is_whole=True)])
+def test_few_gone_hashes_are_remembered(stream: Callable[[], Stream], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stream_blocks, "HeldBlocks", partial(HeldBlocks, 8))
+    of = stream()
+    for number in range(1, 60):
+        stored = store([number], None, token_ids=[number] * BLOCK_SIZE)
+        of.fold([packed_batch(stored), packed_batch(REMOVAL | {"block_hashes": [number]})])
+    memory = of.index.resolver.memory
+    (holder,) = of.index.resolver.holders.values()
+    gone = [number for number in range(1, 60) if memory.gone(holder, number) is not None]
+    assert 59 in gone
+    assert len(gone) <= 2 * 8
